@@ -11,7 +11,7 @@ import pytest
 
 FILE = Path(__file__).with_name("durations.json")
 SHARE = 3.0  # recorded seconds that each test function has in a short run
-ONE_CASE = 6.0  # what takes no longer runs all the same
+ONE_CASE = 5.0  # what takes no longer runs all the same
 LEAST = 3.0  # of all combinations of a function together; what takes less is not written down
 
 Durations = Mapping[str, float]  # mean seconds of a combination, by the function's node id
