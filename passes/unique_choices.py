@@ -22,7 +22,7 @@ from torch import Tensor
 UNIQUES = (torch.unique, Tensor.unique)
 UNBINDS = (Tensor.unbind, torch.unbind)
 # What it may be asked for beside the groups, or in their place; whether they are sorted changes no group.
-OTHERS = ("return_inverse", "return_counts", "dim")
+NOT_ASKED = {"return_inverse": False, "return_counts": False, "dim": None}
 FLAT = ("view", "reshape", "flatten", "ravel")
 KEEPING = ("cpu", "to", "long", "int", "detach", "clone", "contiguous")
 WIDE = (torch.int64, torch.int32)  # which hold the number of any group
@@ -58,7 +58,7 @@ class UniqueChoices:
         given = args[0] if args else None
         if not isinstance(given, Tensor):
             return None
-        if func in UNIQUES and len(args) == 1 and not any(kwargs.get(name) for name in OTHERS):
+        if func in UNIQUES and len(args) == 1 and all(kwargs.get(name, no) is no for name, no in NOT_ASKED.items()):
             return self._unique(given)
         found = self._found.get(id(given))
         if found is None or found.chosen._version != found.version:

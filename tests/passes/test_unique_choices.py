@@ -120,7 +120,18 @@ def counted_on(x: Tensor) -> Tensor:
     return out
 
 
+def of_rows(x: Tensor) -> Tensor:
+    """A token's own choices are compared with those of each kind of token that there is."""
+    weights, chosen = chosen_of(x)
+    out = torch.zeros_like(x)
+    for row in torch.unique(chosen, dim=0):
+        rows, places = torch.where(chosen == row)
+        out[rows] += (x[rows] @ WEIGHTS[0]) * weights[rows, places, None]
+    return out
+
+
 MIXING = {
+    "rows": of_rows,
     "copied before": copied_before,
     "counted on": counted_on,
     "as truth": looping(lambda chosen: chosen.unique().to(torch.bool)),
