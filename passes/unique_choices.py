@@ -31,12 +31,19 @@ EQUALS = ("eq", "__eq__", "ne", "__ne__", "not_equal")
 
 @dataclass(frozen=True)
 class Found:
-    """``groups`` are those among ``groups_of`` many that are in ``chosen``, as that was at this version."""
+    """``groups`` are those among ``groups_of`` many that are in ``chosen``, as both were at these versions."""
 
     groups: Tensor
     chosen: Tensor
-    version: int
+    versions: tuple[int, int]
     groups_of: int
+
+    @classmethod
+    def of(cls, groups: Tensor, chosen: Tensor, groups_of: int) -> Found:
+        return cls(groups, chosen, (groups._version, chosen._version), groups_of)
+
+    def holds(self) -> bool:
+        return (self.groups._version, self.chosen._version) == self.versions
 
 
 class UniqueChoices:
@@ -61,7 +68,7 @@ class UniqueChoices:
         if func in UNIQUES and len(args) == 1 and all(kwargs.get(name, no) is no for name, no in NOT_ASKED.items()):
             return self._unique(given)
         found = self._found.get(id(given))
-        if found is None or found.chosen._version != found.version:
+        if found is None or not found.holds():
             return None
         if func in UNBINDS:  # as iterating and `tolist` do
             return [self._number(group, given) for group in self._groups(found)]
@@ -79,9 +86,9 @@ class UniqueChoices:
         name, given = getattr(func, "__name__", ""), args[0] if args else None
         if not isinstance(given, Tensor) or not isinstance(result, Tensor):
             return
-        if name in KEEPING and id(given) in self._found and result.dtype in WIDE:
-            found = self._found[id(given)]
-            self._found[id(result)] = Found(result, found.chosen, found.version, found.groups_of)
+        found = self._found.get(id(given))
+        if name in KEEPING and found is not None and found.holds() and result.dtype in WIDE:
+            self._found[id(result)] = Found.of(result, found.chosen, found.groups_of)
         elif name in FLAT and result.dim() == 1 and given.dim() > 1:
             self._flat[id(result)] = result, given, given._version
 
@@ -92,7 +99,7 @@ class UniqueChoices:
         if groups_of is None or given.dtype not in WIDE or chosen._version != version:
             return None
         groups = torch.unique(given)
-        self._found[id(groups)] = Found(groups, chosen, chosen._version, groups_of)
+        self._found[id(groups)] = Found.of(groups, chosen, groups_of)
         return groups
 
     def _groups(self, found: Found) -> list[int]:
