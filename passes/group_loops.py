@@ -27,14 +27,13 @@ from torch.overrides import TorchFunctionMode
 
 from selective_compile.passes.found_rows import FoundRows
 from selective_compile.passes.functional import make_functional
-from selective_compile.passes.group_sizes import GroupSizes
+from selective_compile.passes.group_sizes import UNBINDS, GroupSizes
 from selective_compile.passes.lengths import CAPTURE_TOKENS
 from selective_compile.passes.normalise import Symbols, tidy
 from selective_compile.passes.scattered_rows import add_rows
 from selective_compile.passes.spellings import SPELT_OUT
 from selective_compile.passes.unique_choices import UniqueChoices
 
-UNBINDS = (Tensor.unbind, torch.unbind)
 NONZEROS = (Tensor.nonzero, torch.nonzero)
 MANY = 2**40  # more tokens than there are
 LENGTHS = (1, 2, 2**17 + 1)  # that are told: not all that are too large for one loop to go round for

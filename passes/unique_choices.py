@@ -19,8 +19,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from selective_compile.passes.group_sizes import UNBINDS
+
 UNIQUES = (torch.unique, Tensor.unique)
-UNBINDS = (Tensor.unbind, torch.unbind)
 # What it may be asked for beside the groups, or in their place; whether they are sorted changes no group.
 NOT_ASKED = {"return_inverse": False, "return_counts": False, "dim": None}
 FLAT = ("view", "reshape", "flatten", "ravel")

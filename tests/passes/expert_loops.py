@@ -12,6 +12,7 @@ from selective_compile.passes.token_wise import why_not_token_wise
 
 TOKENS, WIDTH, EXPERTS, CHOSEN = 7, 4, 3, 2
 WEIGHTS = torch.randn(EXPERTS, WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
+GATE = torch.randn(WIDTH, EXPERTS, generator=torch.Generator().manual_seed(1))
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -21,6 +22,11 @@ def given() -> list[Given]:
         Given(value=torch.randint(0, EXPERTS, (TOKENS, CHOSEN)), token_dim=0),
         Given(value=torch.rand(TOKENS, CHOSEN), token_dim=0),
     ]
+
+
+def chosen_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and experts ``[T, k]``."""
+    return torch.topk((x @ GATE).softmax(-1), CHOSEN, dim=-1)
 
 
 def why_not(experts: Experts) -> str | None:

@@ -11,15 +11,9 @@ from torch import Tensor
 
 from selective_compile.passes.group_loops import Given
 from selective_compile.passes.token_wise import why_not_token_wise
-from tests.passes.expert_loops import CHOSEN, EXPERTS, TOKENS, WEIGHTS, WIDTH
+from tests.passes.expert_loops import CHOSEN, EXPERTS, TOKENS, WEIGHTS, WIDTH, chosen_of
 
-GATE = torch.randn(WIDTH, EXPERTS, generator=torch.Generator().manual_seed(1))
 Experts = Callable[[Tensor], Tensor]
-
-
-def chosen_of(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights and experts ``[T, k]``."""
-    return torch.topk((x @ GATE).softmax(-1), CHOSEN, dim=-1)
 
 
 def expert(rows: Tensor, group: int) -> Tensor:
